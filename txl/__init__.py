@@ -1,0 +1,3 @@
+"""Transformer-XL."""
+
+__version__ = "0.1.0"
