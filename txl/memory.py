@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_dataclass
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,3 @@ def _last(memory: Tensor, x: Tensor, dropped: int) -> Tensor:
     if dropped >= M:
         return x[:, dropped - M :].clone()
     return torch.cat([memory[:, dropped:], x.to(memory.dtype)], 1)
-
-
-register_dataclass(
-    Memory, field_names=["states", "start"], drop_field_names=[], flatten_fn=None
-) if False else None

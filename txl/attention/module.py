@@ -102,7 +102,7 @@ class RelativeAttention(nn.Module):
         future = 0 if self.causal else L - 1  # keys up to the last query
         if R is None:
             farthest = min(S - 1, self.clamp_len) if self.clamp_len else S - 1
-            R = sinusoid(torch.arange(-future, farthest + 1, device=x.device), self.d_model).to(x.dtype)
+            R = sinusoid(torch.arange(-future, farthest + 1, device=x.device), self.d_model, x.dtype)
         elif not self.causal:
             raise ValueError("R can be passed in for causal attention only: its first row is distance 0")
         out = relative_attention(
