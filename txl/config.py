@@ -6,6 +6,7 @@ Knows no setting itself: each config class stands beside the code that uses it a
 import ast
 import difflib
 import inspect
+import itertools
 import json
 import textwrap
 import tomllib
@@ -177,7 +178,7 @@ def _field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field, which only the source holds."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
     docs = {}
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             docs[field.target.id] = " ".join(str(text.value.value).split())
     return docs

@@ -19,3 +19,7 @@ class TokenizerError(TxlError):
 
 class CheckpointError(TxlError):
     """A checkpoint is missing, incomplete, altered, or belongs to another model."""
+
+
+class TrainingError(TxlError):
+    """Training cannot go on: the loss or the gradient is not finite."""

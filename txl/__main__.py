@@ -1,0 +1,7 @@
+"""python -m txl COMMAND ..."""
+
+import sys
+
+from txl.cli import main
+
+sys.exit(main())

@@ -1,0 +1,160 @@
+"""What is said about a run: at the end of its training, and by eval.py."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from txl.data.shards import Shard, encode_shard
+from txl.data.streams import boundaries
+from txl.errors import ConfigError, DataError
+from txl.evaluation import Score, picture, sweep, table
+from txl.generate import generate
+from txl.training.checkpoint import load, locate, weight_hash
+from txl.training.loop import pick_device
+from txl.training.metrics import loss_curve
+from txl.training.run import Run
+
+PROMPT_TOKENS, SAMPLE_TOKENS = 24, 120
+
+
+def training_report(run: Run) -> str:
+    """Score the best checkpoint on the validation split with several memory lengths, and write the pictures.
+
+    Returns:
+        The text for the console: table, sample, paths, and the command to try next.
+    """
+    config = run.config
+    model, tokenizer = load(run.directory, "best")
+    model = model.to(pick_device(config.train.device))
+    valid = run.valid_head()
+    scores = sweep(
+        model, valid, config.eval.mem_lens, tgt_len=run.eval_tgt_len, batch_size=config.eval.batch_size,
+        cuts=run.cuts(valid),
+    )  # fmt: skip
+    trained = next((s for s in scores if s.mem_len == config.model.mem_len), scores[0])
+    curve, memory = run.directory / "loss.png", run.directory / "memory_valid.png"
+    loss_curve(run.directory / "metrics.jsonl", curve)
+    picture(scores, config.model.mem_len, f"{run.directory.name}: validation loss by memory length", memory)
+
+    prompt = torch.from_numpy(valid.tokens[:PROMPT_TOKENS].astype("int64"))[None].to(model.embedding.weight.device)
+    tokens = generate(model, prompt, SAMPLE_TOKENS, temperature=0.8, top_k=40, seed=config.seed)
+    sample = tokenizer.decode(tokens[0].tolist())
+    return "\n".join(
+        [
+            "",
+            f"validation: {trained.bits_per_byte:.4f} bits per byte ({trained.nll:.4f} nats per token) with memory "
+            f"{trained.mem_len}; {settings(trained)}",
+            "",
+            "validation loss by memory length:",
+            table(scores, config.model.mem_len, word_level=tokenizer.kind == "word"),
+            "",
+            f"sample (the first {prompt.shape[1]} tokens are the validation text's):",
+            "    " + sample.replace("\n", "\n    "),
+            "",
+            f"run directory   {run.directory}",
+            f"best weights    {locate(run.directory)}",
+            f"loss curve      {curve}",
+            f"memory sweep    {memory}",
+            "",
+            f"next: python eval.py {run.directory} --mem-len {' '.join(str(s.mem_len) for s in scores)}",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What eval.py found."""
+
+    scores: list[Score]
+    origin: dict[str, str | int | None]
+    """What was scored: text, checkpoint, step, weights."""
+    text: str
+    """For the console."""
+
+
+def evaluate_text(
+    directory: str | Path,
+    *,
+    data: str | None = None,
+    split: str = "test",
+    mem_lens: list[int] | None = None,
+    tgt_len: int | None = None,
+    clamp_len: int | None = None,
+    same_length: bool | None = None,
+    batch_size: int | None = None,
+    cold: bool = False,
+    which: str = "best",
+    device: str = "auto",
+) -> Evaluation:
+    """Score a split of a run, or any text, with several memory lengths; a picture goes into the directory.
+
+    Args:
+        directory: a run directory, or one of save_pretrained with a tokenizer.json, which needs data.
+        data: a text file, instead of a split.
+        split: "train", "valid" or "test" of the run.
+        mem_lens: memory lengths; 0, 1, 2, 4 and 8 times the trained one when absent.
+        tgt_len, batch_size: the run's eval settings when absent; 128 and 1 without a run.
+        clamp_len, same_length: the model's when absent.
+        cold, which, device: as of txl.evaluation.evaluate, txl.load and train.device.
+
+    Raises:
+        TxlError: what the command line says in one line.
+    """
+    for name, value, least in (("--tgt-len", tgt_len, 1), ("--clamp-len", clamp_len, 0), ("--batch-size", batch_size, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+    if mem_lens and min(mem_lens) < 0:
+        raise ConfigError(f"--mem-len must be at least 0, got {min(mem_lens)}")
+    directory = Path(directory)
+    checkpoint = locate(directory, which)
+    model, tokenizer = load(checkpoint)
+    model = model.to(pick_device(device))
+    run = Run.open(directory) if (directory / "config.toml").is_file() else None
+    if run is None and data is None:
+        raise ConfigError(f"{directory} is no run directory and holds no text: give --data FILE")
+    shard = run.shards[split] if data is None else _read(data, tokenizer, run)
+    cuts = None if run is None else boundaries(shard.tokens, run.reset_ids())
+    if clamp_len is not None:
+        model.backbone.clamp_len = clamp_len
+    if same_length is not None:
+        model.backbone.same_length = same_length
+    default_tgt_len, default_batch_size = (run.eval_tgt_len, run.config.eval.batch_size) if run else (128, 1)
+
+    scores = sweep(
+        model, shard, mem_lens, tgt_len=tgt_len or default_tgt_len, batch_size=batch_size or default_batch_size,
+        cuts=cuts, cold=cold,
+    )  # fmt: skip
+    name = split if data is None else Path(data).stem
+    path = directory / f"memory_{name}.png"
+    picture(scores, model.config.mem_len, f"{directory.name}: loss on {name} by memory length", path)
+    origin = {"text": data or split, "checkpoint": str(checkpoint), "weights": weight_hash(checkpoint)}
+    unknown = tokenizer.count_unknown(shard.tokens)
+    text = [
+        f"{checkpoint}, weights {origin['weights']}",
+        f"{origin['text']}: {settings(scores[0])}",
+        *([f"note: {unknown:,} of {len(shard):,} tokens are unknown to the vocabulary"] if unknown else []),
+        table(scores, model.config.mem_len, word_level=tokenizer.kind == "word"),
+        f"picture: {path}",
+    ]
+    return Evaluation(scores, origin, "\n".join(text))
+
+
+def settings(score: Score) -> str:
+    """What a number holds for: no result is printed without it."""
+    start = "parts begin cold" if score.cold else "parts begin warm"
+    return (
+        f"{score.tokens:,} tokens scored, tgt_len {score.tgt_len}, clamp_len {score.clamp_len}, "
+        f"same_length {str(score.same_length).lower()}, {start}"
+    )
+
+
+def _read(path: str, tokenizer, run: Run | None) -> Shard:
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: expected a text file: {error.strerror}") from error
+    shard = encode_shard(tokenizer, text, path, run.config.data.errors if run else "strict")
+    if len(shard) < 2:
+        raise DataError(f"{path} has {len(shard)} token, but scoring needs at least 2")
+    return shard
