@@ -156,7 +156,6 @@ def test_id_out_of_range_is_refused(tokenizer, id):
         ("xyz", 0, "byte, char, word, bpe"),
         ("bpe", 256, "at least 257"),
         ("word", 2, "at least 3"),
-        ("char", 100, "takes no vocab_size"),
     ],
 )
 def test_bad_training_is_refused(kind, size, message):

@@ -30,7 +30,7 @@ class DataConfig:
     tokenizer: str = "byte"
     "What a token is: byte, char, word or bpe."
     vocab_size: int = 0
-    "Number of tokens: cap for word (0: none), size for bpe (0: 8192); 0 for byte and char."
+    "Number of tokens: cap for word (0: none), size for bpe (0: 8192); byte and char need none and ignore it."
     reset_on: str = ""
     "Text that begins a document: the memory is reset before it is read. Empty: never."
     errors: str = "strict"

@@ -155,9 +155,7 @@ def train_tokenizer(kind: str, texts: Sequence[bytes], vocab_size: int = 0, erro
     """
     if kind not in KINDS:
         raise TokenizerError(unknown_kind(kind))
-    smallest = {"word": 3, "bpe": 257}.get(kind)
-    if vocab_size != 0 and smallest is None:
-        raise TokenizerError(f"the {kind} tokenizer takes no vocab_size, found {vocab_size}: leave it at 0")
+    smallest = {"word": 3, "bpe": 257}.get(kind, 0)
     if vocab_size != 0 and vocab_size < smallest:
         raise TokenizerError(f"the {kind} tokenizer needs vocab_size 0 or at least {smallest}, found {vocab_size}")
     if kind == "byte":
