@@ -216,10 +216,11 @@ class TransformerXL(nn.Module):
         if tokens.device.type != "cpu" or torch.compiler.is_compiling():
             return  # a look at the values would stop the device; shards are checked when they are opened
         for name, ids in (("token", tokens), ("target", targets)):
-            wrong = None if ids is None else (ids >= self.config.vocab_size) | ((ids < 0) & (ids != -100))
-            if ids is tokens:
-                wrong |= ids == -100
-            if wrong is not None and wrong.any():
+            if ids is None:
+                continue
+            counted = torch.ones_like(ids, dtype=torch.bool) if ids is tokens else ids != -100
+            wrong = counted & ((ids < 0) | (ids >= self.config.vocab_size))
+            if wrong.any():
                 row, column = wrong.nonzero()[0].tolist()
                 raise ValueError(
                     f"{name} id {int(ids[row, column])} at row {row}, position {column} is outside the vocabulary of "

@@ -101,9 +101,10 @@ def evaluate_text(
     Raises:
         TxlError: what the command line says in one line.
     """
-    for name, value, least in (("--tgt-len", tgt_len, 1), ("--clamp-len", clamp_len, 0), ("--batch-size", batch_size, 1)):
+    for name, value, least in (("tgt", tgt_len, 1), ("clamp", clamp_len, 0), ("batch", batch_size, 1)):
         if value is not None and value < least:
-            raise ConfigError(f"{name} must be at least {least}, got {value}")
+            option = "--batch-size" if name == "batch" else f"--{name}-len"
+            raise ConfigError(f"{option} must be at least {least}, got {value}")
     if mem_lens and min(mem_lens) < 0:
         raise ConfigError(f"--mem-len must be at least 0, got {min(mem_lens)}")
     directory = Path(directory)

@@ -76,8 +76,8 @@ def relative_attention(
     rows = torch.cat([columns[:1], columns]) + future
     r_cols = r[..., rows.clamp(0, r.shape[-2] - 1), :]  # [H, 1 + W, D]
 
-    position = _shift_padded(q_position @ r_cols.transpose(-2, -1))[..., :S]  # terms (b) and (d), [B, H, L, S]
-    scores = torch.baddbmm(  # adds terms (a) and (c) to them
+    position = _shift_padded(q_position @ r_cols.transpose(-2, -1))[..., :S]  # (b) + (d), [B, H, L, S]
+    scores = torch.baddbmm(  # (a) + (c), added to them
         position.reshape(B * H, L, S), q_content.reshape(B * H, L, D), k.reshape(B * H, S, D).transpose(1, 2)
     ).view(B, H, L, S)
 
@@ -88,7 +88,8 @@ def relative_attention(
     scores += torch.zeros(visible.shape, dtype=scores.dtype, device=q.device).masked_fill_(~visible, hidden)
 
     p = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    if key_start is not None or key_end is not None or window is not None or offset != S - L:
+    sees_itself = 0 <= offset <= S - L and (lo is None or lo <= 0) and (hi is None or hi >= 0)
+    if not sees_itself or key_start is not None or key_end is not None:
         p = p * visible.any(-1, keepdim=True)
     p = F.dropout(p, dropout_p)
     out = p @ v

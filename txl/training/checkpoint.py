@@ -1,9 +1,9 @@
 """Checkpoints: directories of safetensors and JSON that are complete or absent, and whose every byte is checked.
 
-    checkpoints/step-00001000/
-        model.safetensors  config.json  tokenizer.json     what txl.load and from_pretrained read
-        state.safetensors  state.json                      optimiser, memory, random state, position in the data
-        manifest.json                                      size and sha256 of each of them, written last
+checkpoints/step-00001000/
+    model.safetensors  config.json  tokenizer.json     what txl.load and from_pretrained read
+    state.safetensors  state.json                      optimiser, memory, random state, position in the data
+    manifest.json                                      size and sha256 of each of them, written last
 """
 
 import hashlib
@@ -121,12 +121,10 @@ def restore(path: Path, state: TrainState) -> None:
     ]
     moments = {}
     for name, tensor in tensors.items():
-        kind, index, key = (name.split(".", 2) + ["", ""])[:3]
-        if kind == "optimizer":
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".")
             moments.setdefault(int(index), {})[key] = tensor
-    state.optimizer.load_state_dict(
-        {"state": moments, "param_groups": state.optimizer.state_dict()["param_groups"]}
-    )
+    state.optimizer.load_state_dict({"state": moments, "param_groups": state.optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(tensors["rng.cpu"])
     if device.type == "cuda" and "rng.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng.cuda"], device)

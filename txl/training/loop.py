@@ -81,9 +81,7 @@ def train(run: Run, resume: bool = False) -> int | None:
                 log.valid(state.step, score, lr, state.seconds)
             due = config.checkpoint.every and state.step % config.checkpoint.every == 0
             if last or due or stop or (score and is_best(run, score)):
-                checkpoint.save(
-                    run.checkpoints, state, run.tokenizer, score and score.nll, config.checkpoint.keep
-                )
+                checkpoint.save(run.checkpoints, state, run.tokenizer, score and score.nll, config.checkpoint.keep)
     return stop[0] if stop and state.step < config.train.steps else None
 
 

@@ -1,11 +1,11 @@
 """A run: its settings, and the directory from which it can be continued or evaluated.
 
-    RUN/config.toml          the resolved settings
-    RUN/tokenizer.json       the tokenizer, in the format of the tokenizers library
-    RUN/data/{train,valid,test}.bin      token shards
-    RUN/checkpoints/step-00001000/       model, optimiser, memory, position in the data
-    RUN/metrics.jsonl        one object a line
-    RUN/*.png                pictures
+RUN/config.toml          the resolved settings
+RUN/tokenizer.json       the tokenizer, in the format of the tokenizers library
+RUN/data/{train,valid,test}.bin      token shards
+RUN/checkpoints/step-00001000/       model, optimiser, memory, position in the data
+RUN/metrics.jsonl        one object a line
+RUN/*.png                pictures
 """
 
 import os
