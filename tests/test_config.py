@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 import pytest
 
-from txl.config import describe, from_dict, load, merge, parse_override, to_toml
+from txl.config import Word, describe, from_dict, load, merge, parse_override, to_toml
 from txl.errors import ConfigError, TxlError
 from txl.model import ModelConfig
 
@@ -134,7 +134,7 @@ def test_a_chain_of_files_the_nearest_wins(tmp_path):
 def test_words_win_over_every_file(tmp_path):
     path = write(tmp_path, a='extends = "b.toml"\n[train]\nsteps = 1', b="[train]\nsteps = 2\nclip = 2.0")
     settings = load(path, ["train.steps=9", "train.clip=8.5", "train.steps=10", "run_dir=x"])
-    assert settings == {"train": {"steps": 10, "clip": 8.5}, "run_dir": "x"}
+    assert settings == {"train": {"steps": "10", "clip": "8.5"}, "run_dir": "x"}
 
 
 def test_extends_is_beside_the_file_that_says_so(tmp_path):
@@ -198,33 +198,46 @@ def test_extends_must_be_text(tmp_path, value):
 @pytest.mark.parametrize(
     ("word", "settings"),
     [
-        ("steps=10", {"steps": 10}),
-        ("train.steps=10", {"train": {"steps": 10}}),
-        ("a.b.c=1", {"a": {"b": {"c": 1}}}),
-        ("x=-3", {"x": -3}),
-        ("x=0.5", {"x": 0.5}),
-        ("x=1e-4", {"x": 1e-4}),
-        ("x=true", {"x": True}),
-        ("x=false", {"x": False}),
-        ("x=[1, 2]", {"x": [1, 2]}),
-        ("x=['a', \"b\"]", {"x": ["a", "b"]}),
-        ("x=plain", {"x": "plain"}),
-        ('x="quoted"', {"x": "quoted"}),
-        ("x='quoted'", {"x": "quoted"}),
-        ('x="10"', {"x": "10"}),
-        ("x=two words", {"x": "two words"}),
-        ("x=/some/path.txt", {"x": "/some/path.txt"}),
+        ("steps=10", {"steps": "10"}),
+        ("train.steps=10", {"train": {"steps": "10"}}),
+        ("a.b.c=1", {"a": {"b": {"c": "1"}}}),
         ("x=a=b", {"x": "a=b"}),
         ("x=", {"x": ""}),
-        ("x=True", {"x": "True"}),
-        ("x={y = 1}", {"x": {"y": 1}}),
-        (" x = 1", {"x": 1}),
+        (" x = 1", {"x": " 1"}),
     ],
 )
-def test_a_word(word, settings):
-    parsed = parse_override(word)
-    assert parsed == settings
-    assert repr(parsed) == repr(settings)  # 1, 1.0 and True are not the same here
+def test_a_word_names_a_setting(word, settings):
+    assert parse_override(word) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "hint", "value"),
+    [
+        ("10", int, 10),
+        ("-3", int, -3),
+        (" 1", int, 1),
+        ("0.5", float, 0.5),
+        ("1e-4", float, 1e-4),
+        ("true", bool, True),
+        ("True", bool, "True"),
+        ("[1, 2]", tuple, [1, 2]),
+        ("['a', \"b\"]", tuple, ["a", "b"]),
+        ("{y = 1}", dict, {"y": 1}),
+        ("plain", str, "plain"),
+        ('"quoted"', str, "quoted"),
+        ("'quoted'", str, "quoted"),
+        ('"10"', str, "10"),
+        ("10", str, "10"),
+        ("two words", str, "two words"),
+        ("/some/path.txt", str, "/some/path.txt"),
+        ("", str, ""),
+        ("plain", int, "plain"),
+    ],
+)
+def test_a_word_is_read_by_the_type_of_its_setting(text, hint, value):
+    parsed = Word(text).parse(hint)
+    assert parsed == value
+    assert type(parsed) is type(value)  # 1, 1.0 and True are not the same here
 
 
 @pytest.mark.parametrize("word", ["steps", "=3", "train.=3", ".steps=3", "a..b=3", "", "="])

@@ -13,8 +13,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 INSTALL_AND_TRAIN = "pip install -r requirements.txt -e . && python train.py configs/quickstart.toml"
 INSTALL_AND_TEST = 'pip install -r requirements.txt -e ".[test]" && pytest'
 FEW_STEPS = [
-    "train.steps=4", "train.tgt_len=16", "train.batch_size=2", "model.mem_len=16", "model.n_layer=1", "model.d_model=16",
-    "model.n_head=2", "model.d_inner=32", "eval.tokens=200", "eval.every=0", "optim.warmup_steps=2",
+    "train.steps=4", "train.tgt_len=16", "train.batch_size=2", "model.mem_len=16", "model.n_layer=1",
+    "model.d_model=16", "model.n_head=2", "model.d_inner=32", "eval.tokens=200", "eval.every=0", "optim.warmup_steps=2",
 ]  # fmt: skip
 
 

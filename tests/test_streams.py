@@ -99,40 +99,6 @@ def test_epochs_repeat_and_are_counted():
     assert first[0].reset.all() and second[0].reset.all() and not second[1].reset.any()
 
 
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("n_chunks", [1, 2, 3, 7])
-def test_chunks_are_the_rows_of_the_whole(n_chunks, cuts):
-    whole = SegmentStream(ids(7 * 5 + 12), 7, 5, CUTS[cuts])
-    whole.next_segment()
-    groups = np.array_split(np.arange(7), n_chunks)
-    chunks = whole.split(n_chunks)
-    assert list(chain(*(c.position["cursors"] for c in chunks))) == whole.position["cursors"]
-    expected = list(whole)
-    for chunk, rows in zip(chunks, groups, strict=True):
-        assert chunk.batch_size == len(rows)
-        for segment, all_rows in zip(chunk, expected, strict=False):  # a chunk may end its epoch earlier
-            for i, row in enumerate(rows):
-                assert counted(segment, i) == counted(all_rows, row)
-                assert segment.reset[i] == all_rows.reset[row]
-
-
-def test_chunks_cover_the_text_once():
-    chunks = SegmentStream(ids(53), 4, 3, [7, 20]).split(3)
-    targets = [t for c in chunks for row in range(c.batch_size) for s in _epoch(c) for t in counted(s, row)[1]]
-    assert sorted(targets) == ids(53)[1:].tolist()
-
-
-def _epoch(stream):
-    stream.seek({"epoch": 0, "cursors": stream._starts.tolist()})
-    return list(stream)
-
-
-def test_chunks_must_have_rows():
-    for n in (0, 4):
-        with pytest.raises(ConfigError, match=f"not {n}"):
-            SegmentStream(ids(50), 3, 4).split(n)
-
-
 def test_too_short_names_the_least_that_works():
     message = (
         r"the train split has 1024 tokens, but batch_size 8 .* tgt_len 128 need at least 1025: .*train\.batch_size"

@@ -75,7 +75,7 @@ def _train(argv: list[str] | None) -> int:
             print(f"{run.directory} has done all its {run.config.train.steps} steps; train.steps=N would go on")
             return 0
     else:
-        if not words or "=" in words[0]:
+        if not words or ("=" in words[0] and not Path(words[0]).is_file()):
             raise ConfigError("expected a config file, as in: python train.py configs/quickstart.toml")
         config = RunConfig.load(words[0], words[1:])
         if arguments.print_config:
@@ -111,6 +111,8 @@ def _evaluate(argv: list[str] | None) -> int:
 
     from txl.report import evaluate_text
 
+    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
+        raise ConfigError(f"--json {arguments.json}: its directory does not exist")
     result = evaluate_text(
         arguments.run,
         data=arguments.data,

@@ -38,18 +38,29 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def parse_override(word: str) -> dict[str, Any]:
-    """ "train.steps=10" -> {"train": {"steps": 10}}; a value that is not TOML is taken as text."""
+    """ "train.steps=10" -> {"train": {"steps": Word("10")}}; the type of the field decides how the text is read."""
     key, equals, value = word.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):
         raise ConfigError(f'expected section.key=value on the command line, got "{word}"')
-    try:
-        parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = value
+    changes = Word(value)
     for name in reversed(names):
-        parsed = {name: parsed}
-    return parsed
+        changes = {name: changes}
+    return changes
+
+
+class Word(str):
+    """A value as it was typed on the command line."""
+
+    __slots__ = ()
+
+    def parse(self, hint) -> Any:
+        """Read as TOML, or as it stands: for a text field anything but a quoted string, elsewhere what is not TOML."""
+        try:
+            value = tomllib.loads(f"value = {self}")["value"]
+        except tomllib.TOMLDecodeError:
+            return str(self)
+        return str(self) if hint is str and not isinstance(value, str) else value
 
 
 def merge(settings: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -61,7 +72,7 @@ def merge(settings: dict[str, Any], changes: dict[str, Any]) -> None:
             settings[key] = value
 
 
-def from_dict(cls: type, settings: dict[str, Any], where: str, section: str = ""):
+def from_dict(cls: type, settings: dict[str, Any], where: str, section: str = "", known: list[str] | None = None):
     """An instance of a config dataclass.
 
     Args:
@@ -69,6 +80,7 @@ def from_dict(cls: type, settings: dict[str, Any], where: str, section: str = ""
         settings: names and values.
         where: the file or command, for messages.
         section: dotted name of this class's section, for messages.
+        known: names to suggest for an unknown one; those of this class unless given.
 
     Raises:
         ConfigError: unknown key (with the nearest name), wrong type, or what the class itself refuses.
@@ -78,21 +90,24 @@ def from_dict(cls: type, settings: dict[str, Any], where: str, section: str = ""
     for key, value in settings.items():
         name = f"{section}.{key}" if section else key
         if key not in hints:
-            raise ConfigError(f"{where}: unknown setting {name}{_nearest(name, _all_names(cls, section))}")
-        values[key] = _typed(hints[key], value, name, where)
+            raise ConfigError(f"{where}: unknown setting {name}{_nearest(name, known or _all_names(cls, section))}")
+        values[key] = _typed(hints[key], value, name, where, known or _all_names(cls, section))
     try:
         return cls(**values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") if where not in str(error) else error from error
 
 
-def to_toml(config: Any) -> str:
+def to_toml(config: Any, section: str = "") -> str:
     """The TOML text of a config dataclass; absent (None) settings are left out. from_dict reads it back equal."""
-    plain = [f for f in fields(config) if not is_dataclass(getattr(config, f.name))]
-    sections = [f for f in fields(config) if is_dataclass(getattr(config, f.name))]
-    lines = [f"{f.name} = {_toml_value(getattr(config, f.name))}" for f in plain if getattr(config, f.name) is not None]
-    blocks = ["\n".join(lines)] + [f"[{f.name}]\n{to_toml(getattr(config, f.name))}" for f in sections]
-    return "\n\n".join(block.rstrip("\n") for block in blocks if block) + "\n"
+    lines, below = [], []
+    for field in fields(config):
+        name, value = f"{section}.{field.name}" if section else field.name, getattr(config, field.name)
+        if is_dataclass(value):
+            below.append(f"[{name}]\n{to_toml(value, name)}")
+        elif value is not None:
+            lines.append(f"{field.name} = {_toml_value(value)}\n")
+    return "\n".join(["".join(lines), *below] if lines else below)
 
 
 def describe(cls: type, section: str = "") -> str:
@@ -123,12 +138,14 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     base = settings.pop("extends", None)
     if base is None:
         return settings
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends must be the name of a file, got {base!r}")
     below = _read(path.parent / base, (*seen, path.resolve()))
     merge(below, settings)
     return below
 
 
-def _typed(hint, value, name: str, where: str):
+def _typed(hint, value, name: str, where: str, known: list[str]):
     """The value as the field's type wants it: whole numbers serve as floats, lists become tuples."""
     if isinstance(hint, types.UnionType):
         hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
@@ -137,16 +154,16 @@ def _typed(hint, value, name: str, where: str):
     if is_dataclass(hint):
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: {name} is a section, expected {name}.key=value, got {value!r}")
-        return from_dict(hint, value, where, name)
+        return from_dict(hint, value, where, name, known)
+    if isinstance(value, Word):
+        value = value.parse(hint)
     if typing.get_origin(hint) is tuple:
         inner = typing.get_args(hint)[0]
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{where}: {name} must be a list of {_words(inner)}, got {value!r}")
-        return tuple(_typed(inner, item, name, where) for item in value)
+        return tuple(_typed(inner, item, name, where, known) for item in value)
     if hint is float and type(value) is int:
         return float(value)
-    if hint is str and type(value) in (int, float, bool):
-        value = str(value) if type(value) is not bool else str(value).lower()  # run_dir=7 on the command line
     if type(value) is not hint:
         raise ConfigError(f"{where}: {name} must be {_words(hint)}, got {value!r}")
     return value
@@ -157,20 +174,18 @@ def _words(hint: type) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    """ "; did you mean X?" with the nearest known name, also in another section; nothing when none is near."""
-    match = difflib.get_close_matches(name, known, 1, 0.6)
-    if not match:
-        last = name.rpartition(".")[2]
-        match = [full for full in known if full.rpartition(".")[2] == last]
+    """ "; did you mean X?": the same key of another section, or else the nearest name; nothing when none is near."""
+    last = name.rpartition(".")[2]
+    match = [full for full in known if full.rpartition(".")[2] == last] or difflib.get_close_matches(name, known, 1)
     return f"; did you mean {match[0]}?" if match else ""
 
 
 def _all_names(cls: type, section: str) -> list[str]:
-    hints = typing.get_type_hints(cls)
-    names = []
+    """Dotted names of all settings and sections below a config class."""
+    hints, names = typing.get_type_hints(cls), []
     for field in fields(cls):
         name = f"{section}.{field.name}" if section else field.name
-        names += _all_names(hints[field.name], name) if is_dataclass(hints[field.name]) else [name]
+        names += [name, *(_all_names(hints[field.name], name) if is_dataclass(hints[field.name]) else [])]
     return names
 
 

@@ -6,10 +6,11 @@ Shape letters: B batch, V vocabulary.
 import torch
 from torch import Tensor
 
-from txl.model import TransformerXL
+from txl.errors import ConfigError
+from txl.model import TransformerXL, eval_mode
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: TransformerXL,
     prompt: Tensor,
@@ -38,23 +39,21 @@ def generate(
     """
     if prompt.dim() != 2 or prompt.shape[1] < 1:
         raise ValueError(f"expected a prompt [batch, length >= 1], got {list(prompt.shape)}")
-    if temperature < 0 or top_k < 0 or n_tokens < 0:
-        raise ValueError(
+    if not temperature >= 0 or top_k < 0 or n_tokens < 0:
+        raise ConfigError(
             f"temperature, top_k and n_tokens must be at least 0, got {temperature}, {top_k} and {n_tokens}"
         )
     generator = None if seed is None else torch.Generator(prompt.device).manual_seed(seed)
-    was_training = model.training
-    model.eval()
     memory = model.init_memory(prompt.shape[0], mem_len)
-    for segment in prompt.split(max(memory.mem_len, 1), dim=1):
-        output = model(segment, memory)
-        memory = output.memory
     tokens = [prompt]
-    for _ in range(n_tokens):
-        tokens.append(_choose(output.logits[:, -1].float(), temperature, top_k, generator))
-        output = model(tokens[-1], memory)
-        memory = output.memory
-    model.train(was_training)
+    with eval_mode(model):
+        for segment in prompt.split(max(memory.mem_len, 1), dim=1):
+            output = model(segment, memory)
+            memory = output.memory
+        for _ in range(n_tokens):
+            tokens.append(_choose(output.logits[:, -1].float(), temperature, top_k, generator))
+            output = model(tokens[-1], memory)
+            memory = output.memory
     return torch.cat(tokens, 1)
 
 

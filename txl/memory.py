@@ -74,5 +74,5 @@ def _last(memory: Tensor, x: Tensor, dropped: int) -> Tensor:
     """[memory; x] without its first `dropped` positions, in storage of its own."""
     M = memory.shape[1]
     if dropped >= M:
-        return x[:, dropped - M :].clone()
+        return x[:, dropped - M :].to(memory.dtype, copy=True)
     return torch.cat([memory[:, dropped:], x.to(memory.dtype)], 1)

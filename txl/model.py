@@ -7,6 +7,7 @@ D width of the model.
 """
 
 import json
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -73,7 +74,7 @@ class ModelConfig:
             if value is not None and value < 1:
                 raise ConfigError(f"model.{name} must be at least 1, got {value}")
         for name in ("mem_len", "clamp_len", "init_std", "proj_init_std"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ConfigError(f"model.{name} must be at least 0, got {getattr(self, name)}")
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) < 1:
@@ -144,23 +145,9 @@ class TransformerXL(nn.Module):
         """A memory of no past, for mem_len positions: the trained number, or more, or fewer, down to 0."""
         return self.backbone.init_memory(batch_size, mem_len)
 
-    @torch.no_grad()
     def init_weights(self) -> None:
-        """The published initialisation.
-
-        weights, embedding, u and v      N(0, init_std^2), 0.02
-        projections d_embed <-> d_model  N(0, proj_init_std^2), 0.01
-        gains of the layer norms         N(1, init_std^2)
-        biases                           0
-        """
-        std = self.config.init_std
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif "norm" in name:
-                nn.init.normal_(parameter, 1.0, std)
-            else:
-                nn.init.normal_(parameter, 0.0, self.config.proj_init_std if name.endswith("proj") else std)
+        """The published initialisation, see the function init_weights."""
+        init_weights(self, self.config)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors. An existing pair is replaced, each file at once."""
@@ -184,11 +171,14 @@ class TransformerXL(nn.Module):
         for name in ("config.json", "model.safetensors"):
             if not (directory / name).is_file():
                 raise CheckpointError(f"no {name} in {directory}: expected a directory written by save_pretrained")
+        where = str(directory / "config.json")
         try:
             settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         except ValueError as error:
-            raise CheckpointError(f"{directory / 'config.json'} is not JSON: {error}") from error
-        model = cls(from_dict(ModelConfig, settings, str(directory / "config.json")))
+            raise CheckpointError(f"{where} is not JSON: {error}") from error
+        if not isinstance(settings, dict) or settings.get("vocab_size") is None:
+            raise CheckpointError(f"{where}: expected a JSON object with a vocab_size")
+        model = cls(from_dict(ModelConfig, settings, where))
         try:
             weights = load_file(directory / "model.safetensors")
         except (SafetensorError, OSError, ValueError) as error:
@@ -205,7 +195,7 @@ class TransformerXL(nn.Module):
         )
         if wrong:
             raise CheckpointError(f"{directory / 'model.safetensors'} is of another model: {'; '.join(sorted(wrong))}")
-        model.load_state_dict(weights)
+        model.to(weights["embedding.weight"].dtype).load_state_dict(weights)
         return model.eval()
 
     def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
@@ -242,11 +232,12 @@ class Backbone(nn.Module):
         if config.untie_r:
             self.u = self.v = None
         else:
-            self.u = nn.Parameter(torch.empty(config.n_head, d_head).normal_(std=config.init_std))
-            self.v = nn.Parameter(torch.empty(config.n_head, d_head).normal_(std=config.init_std))
+            self.u = nn.Parameter(torch.empty(config.n_head, d_head))
+            self.v = nn.Parameter(torch.empty(config.n_head, d_head))
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
         self.final_norm = nn.LayerNorm(config.d_model) if config.pre_lnorm and config.final_norm else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
+        init_weights(self, config)
 
     def forward(self, h: Tensor, memory: Memory | None = None) -> tuple[Tensor, Memory]:
         """h [B, L, d_model] and the memory of what came before -> [B, L, d_model] and the next memory."""
@@ -268,7 +259,7 @@ class Backbone(nn.Module):
         config, weight = self.config, self.layers[0].attention.w_q.weight
         mem_len = config.mem_len if mem_len is None else mem_len
         if mem_len < 0:
-            raise ValueError(f"mem_len must be at least 0, got {mem_len}")
+            raise ConfigError(f"mem_len must be at least 0, got {mem_len}")
         zeros = config.memory_init == "zeros"
         return Memory.new(config.n_layer, batch_size, config.d_model, mem_len, zeros, weight.device, weight.dtype)
 
@@ -326,3 +317,32 @@ class FeedForward(nn.Sequential):
             nn.Linear(d_inner, d_model),
             nn.Dropout(dropout),
         )
+
+
+@torch.no_grad()
+def init_weights(module: nn.Module, config: ModelConfig) -> None:
+    """The published initialisation.
+
+    weights, embedding, u and v      N(0, init_std^2), 0.02
+    projections d_embed <-> d_model  N(0, proj_init_std^2), 0.01
+    gains of the layer norms         N(1, init_std^2)
+    biases                           0
+    """
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif "norm" in name:
+            nn.init.normal_(parameter, 1.0, config.init_std)
+        else:
+            nn.init.normal_(parameter, 0.0, config.proj_init_std if name.endswith("proj") else config.init_std)
+
+
+@contextmanager
+def eval_mode(model: nn.Module):
+    """Dropout off within the block; the mode it was in comes back, also after an error."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

@@ -128,7 +128,11 @@ def evaluate_text(
     )  # fmt: skip
     name = split if data is None else Path(data).stem
     path = directory / f"memory_{name}.png"
-    picture(scores, model.config.mem_len, f"{directory.name}: loss on {name} by memory length", path)
+    try:
+        picture(scores, model.config.mem_len, f"{directory.name}: loss on {name} by memory length", path)
+        drawn = f"picture: {path}"
+    except OSError as error:  # the numbers are worth more than the picture
+        drawn = f"no picture: {path}: {error.strerror}"
     origin = {"text": data or split, "checkpoint": str(checkpoint), "weights": weight_hash(checkpoint)}
     unknown = tokenizer.count_unknown(shard.tokens)
     text = [
@@ -136,7 +140,7 @@ def evaluate_text(
         f"{origin['text']}: {settings(scores[0])}",
         *([f"note: {unknown:,} of {len(shard):,} tokens are unknown to the vocabulary"] if unknown else []),
         table(scores, model.config.mem_len, word_level=tokenizer.kind == "word"),
-        f"picture: {path}",
+        drawn,
     ]
     return Evaluation(scores, origin, "\n".join(text))
 

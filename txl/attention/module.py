@@ -92,6 +92,9 @@ class RelativeAttention(nn.Module):
         """
         if context is not None and memory is not None:
             raise ValueError("give context or memory, not both: context replaces [memory; x]")
+        u, v = self.u if u is None else u, self.v if v is None else v
+        if u is None or v is None:
+            raise ValueError("this attention was made with own_biases=False: pass u and v")
         for name, states in (("x", x), ("context", context), ("memory", memory)):
             if states is not None and (states.dim() != 3 or states.shape[::2] != (x.shape[0], self.d_model)):
                 expected = f"[{x.shape[0]}, length, {self.d_model}]"
@@ -110,8 +113,8 @@ class RelativeAttention(nn.Module):
             self._split(self.w_kE(h)),
             self._split(self.w_v(h)),
             self._split(self.w_kR(R)),
-            self.u if u is None else u,
-            self.v if v is None else v,
+            u,
+            v,
             future=future,
             causal=self.causal,
             window=window,

@@ -4,7 +4,6 @@ N tokens give N - 1 pairs; pair t is (input tokens[t], target tokens[t + 1]). `c
 document begins: the memory is reset just before such a token is read as input, so nothing before it is visible.
 """
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -134,20 +133,6 @@ class SegmentStream:
         yield self.next_segment()
         while not self._epoch_done():
             yield self.next_segment()
-
-    def split(self, n_chunks: int) -> list["SegmentStream"]:
-        """The rows in `n_chunks` groups, sized as np.array_split does it, each a stream of its own from here on.
-
-        ConfigError unless every group gets a row.
-        """
-        if not 1 <= n_chunks <= self.batch_size:
-            raise ConfigError(f"batch_size {self.batch_size} splits in 1 to {self.batch_size} chunks, not {n_chunks}")
-        chunks = []
-        for rows in np.array_split(np.arange(self.batch_size), n_chunks):
-            chunk = copy.copy(self)
-            chunk._starts, chunk._ends, chunk._cursors = self._starts[rows], self._ends[rows], self._cursors[rows]
-            chunks.append(chunk)
-        return chunks
 
     def _epoch_done(self) -> bool:
         return bool((self._cursors == self._ends).all())

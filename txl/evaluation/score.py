@@ -15,7 +15,7 @@ import torch
 from txl.data.shards import Shard
 from txl.data.streams import IGNORE, grid
 from txl.errors import ConfigError
-from txl.model import TransformerXL
+from txl.model import TransformerXL, eval_mode
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,11 @@ def evaluate(
     first = np.maximum(parts[:-1] - warm_up, 0)  # [B], the segment each row begins with
     steps = int((parts[1:] - first).max())
 
-    was_training = model.training
-    model.eval()
     began = time.perf_counter()
     device = model.embedding.weight.device
     memory = model.init_memory(batch_size, mem_len)
     total, scored = torch.zeros((), dtype=torch.float64, device=device), 0
-    with torch.autocast(device.type, enabled=False):
+    with eval_mode(model), torch.autocast(device.type, enabled=False):
         for step in range(steps):
             rows = np.flatnonzero(first + step < parts[1:])
             segments = first[rows] + step
@@ -128,7 +126,6 @@ def evaluate(
                 on_segment(step + 1, steps)
     total = float(total)
     seconds = time.perf_counter() - began
-    model.train(was_training)
     assert scored == len(shard) - 1, f"{scored} tokens scored of {len(shard) - 1}"
 
     nll, bits = total / scored, total / scored / math.log(2)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -41,21 +41,32 @@ class CheckpointConfig:
 
 
 @dataclass
+class Window:
+    """Sums since the last line of metrics."""
+
+    nll: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
 class TrainState:
     """Everything a run needs to go on exactly as if it had not stopped, besides its directory."""
 
     model: TransformerXL
     optimizer: torch.optim.Optimizer
-    streams: list[SegmentStream]
-    """One a chunk of gradient accumulation."""
+    stream: SegmentStream
+    """Where the next segments come from."""
     memories: list[Memory]
-    """Likewise."""
+    """One a chunk of gradient accumulation, of its rows."""
     step: int = 0
     """Updates done."""
     tokens: int = 0
     """Tokens trained on."""
     seconds: float = 0.0
     """Spent training, without validation."""
+    window: Window = field(default_factory=Window)
+    """For the next line of metrics."""
 
 
 def save(root: Path, state: TrainState, tokenizer: Tokenizer, valid_nll: float | None, keep: int) -> Path:
@@ -68,7 +79,9 @@ def save(root: Path, state: TrainState, tokenizer: Tokenizer, valid_nll: float |
     """
     final = root / f"step-{state.step:08d}"
     if final.exists():
-        return final
+        if is_intact(final):
+            return final
+        shutil.rmtree(final)
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(".tmp-*"):
         shutil.rmtree(leftover)
@@ -80,9 +93,10 @@ def save(root: Path, state: TrainState, tokenizer: Tokenizer, valid_nll: float |
         "step": state.step,
         "tokens": state.tokens,
         "seconds": state.seconds,
+        "window": asdict(state.window),
         "valid_nll": valid_nll,
         "tokenizer": tokenizer.fingerprint,
-        "streams": [stream.position for stream in state.streams],
+        "stream": state.stream.position,
         "memories": [{"mem_len": m.mem_len, "zeros": m.zeros, "ragged": m.ragged} for m in state.memories],
     }
     (temporary / "state.json").write_text(json.dumps(numbers) + "\n", encoding="utf-8")
@@ -108,8 +122,8 @@ def restore(path: Path, state: TrainState) -> None:
     tensors = load_file(path / "state.safetensors")
     device = state.model.embedding.weight.device
     state.step, state.tokens, state.seconds = numbers["step"], numbers["tokens"], numbers["seconds"]
-    for stream, position in zip(state.streams, numbers["streams"], strict=True):
-        stream.seek(position)
+    state.window = Window(**numbers["window"])
+    state.stream.seek(numbers["stream"])
     state.memories = [
         replace(
             _memory(tensors, f"memory.{chunk}", len(memory.states), device),
@@ -156,9 +170,10 @@ def locate(run_or_dir: str | Path, which: str = "best") -> Path:
     directory = Path(run_or_dir)
     if not directory.is_dir():
         raise CheckpointError(f"no directory {directory}: expected a run directory or one of save_pretrained")
-    if not (directory / "model.safetensors").is_file():
+    of_a_run = not (directory / "model.safetensors").is_file()
+    if of_a_run:
         directory = pick(directory / "checkpoints", which)
-    if (directory / "manifest.json").is_file():
+    if of_a_run or (directory / "manifest.json").is_file():
         verify(directory)
     return directory
 
@@ -200,6 +215,15 @@ def verify(path: Path) -> None:
             )
         if _sha256(file) != sha256:
             raise CheckpointError(f"{file} was altered: its sha256 is not the manifest's; use another checkpoint")
+
+
+def is_intact(path: Path) -> bool:
+    """Whether there is a checkpoint at path that verify has nothing against."""
+    try:
+        verify(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def valid_nll(path: Path) -> float:

@@ -5,6 +5,7 @@ import signal
 import time
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from txl.errors import CheckpointError, ConfigError, TrainingError
 from txl.evaluation import Score, evaluate
 from txl.model import TransformerXL
 from txl.training import checkpoint
-from txl.training.checkpoint import TrainState
+from txl.training.checkpoint import TrainState, Window
 from txl.training.metrics import Metrics
 from txl.training.optim import learning_rate, make_optimizer
 from txl.training.run import Run, TrainConfig
@@ -35,9 +36,9 @@ def train(run: Run, resume: bool = False) -> int | None:
     state = new_state(run)
     if resume:
         restore_newest(run, state)
+        run.save_config()
     forward = torch.compile(state.model) if config.train.compile else state.model
     valid = run.valid_head()
-    window = Window(state)
 
     shard, step_path = run.shards["train"], run.directory / "metrics.jsonl"
     with Metrics(step_path, state.step, config.train.steps, len(shard) / shard.n_bytes) as log, signals() as stop:
@@ -63,16 +64,19 @@ def train(run: Run, resume: bool = False) -> int | None:
             state.optimizer.step()
             state.optimizer.zero_grad(set_to_none=True)
             state.step += 1
+            seconds = time.perf_counter() - began
             state.tokens += n_tokens
-            state.seconds += time.perf_counter() - began
+            state.seconds += seconds
+            state.window.nll += loss.item() * n_tokens
+            state.window.tokens += n_tokens
+            state.window.seconds += seconds
 
             # log
             log.tick()
-            window.add(loss.item(), n_tokens)
             last = state.step == config.train.steps
-            if state.step % config.train.log_every == 0 or last:
-                nll, rate = window.close(state)
-                log.train(state.step, nll, lr, grad_norm.item(), state.tokens, rate, state.seconds)
+            if last or state.step % config.train.log_every == 0:
+                log.train(state, lr, grad_norm.item())
+                state.window = Window()
 
             # validate, save
             score = None
@@ -89,30 +93,31 @@ def new_state(run: Run) -> TrainState:
     """Model, optimiser, streams and memories at step 0."""
     config = run.config
     model = TransformerXL(config.model).to(pick_device(config.train.device)).train()
-    streams = run.stream().split(config.train.grad_accumulation)
-    memories = [model.init_memory(stream.batch_size) for stream in streams]
-    return TrainState(model, make_optimizer(config.optim, model), streams, memories)
+    chunks = np.array_split(np.arange(config.train.batch_size), config.train.grad_accumulation)
+    memories = [model.init_memory(len(rows)) for rows in chunks]
+    return TrainState(model, make_optimizer(config.optim, model), run.stream(), memories)
 
 
 def accumulate_gradients(forward, state: TrainState, config: TrainConfig) -> tuple[Tensor, int]:
-    """Gradients of one step: the sum of the losses of all chunks over the number of their targets.
+    """Gradients of one step: its rows in chunks, the sum of all losses over the number of all targets.
 
     Returns:
         The loss (nats per token, a scalar) and the number of targets.
     """
     device = state.model.embedding.weight.device
-    segments = [stream.next_segment() for stream in state.streams]
-    targets = [scored(segment.targets, config.loss) for segment in segments]
-    n_tokens = sum(int((t != IGNORE).sum()) for t in targets)
+    segment = state.stream.next_segment()
+    targets = scored(segment.targets, config.loss)
+    n_tokens = int((targets != IGNORE).sum())
     total = torch.zeros((), device=device)
-    for chunk, segment in enumerate(segments):
-        memory = state.memories[chunk]
-        if segment.reset.all():
-            memory = state.model.init_memory(len(segment.reset))
-        elif segment.reset.any():
-            memory = memory.reset(segment.reset.to(device))
+    chunks = np.array_split(np.arange(len(targets)), len(state.memories))
+    for chunk, rows in enumerate(chunks):
+        memory, reset = state.memories[chunk], segment.reset[rows]
+        if reset.all():
+            memory = state.model.init_memory(len(rows))
+        elif reset.any():
+            memory = memory.reset(reset.to(device))
         with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
-            output = forward(segment.inputs.to(device), memory, targets[chunk].to(device))
+            output = forward(segment.inputs[rows].to(device), memory, targets[rows].to(device))
         loss = output.nll.sum() / max(n_tokens, 1)
         loss.backward()
         total += loss.detach()
@@ -167,7 +172,10 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
+        if device.type == "meta":
+            raise RuntimeError("it holds no values")
+        return device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f'train.device "{name}" is not usable here: {reason}') from error
@@ -193,25 +201,6 @@ def describe(run: Run, state: TrainState) -> list[str]:
             "the learning rate never reaches optim.lr"
         )
     return lines
-
-
-class Window:
-    """Loss and speed since the last line of metrics."""
-
-    def __init__(self, state: TrainState):
-        self._seconds, self._nll, self._tokens = state.seconds, 0.0, 0
-
-    def add(self, nll: float, n_tokens: int) -> None:
-        """A step: its mean loss and its number of targets."""
-        self._nll += nll * n_tokens
-        self._tokens += n_tokens
-
-    def close(self, state: TrainState) -> tuple[float, float]:
-        """Mean nats per token and tokens a second; a new window begins."""
-        nll = self._nll / max(self._tokens, 1)
-        rate = self._tokens / max(state.seconds - self._seconds, 1e-9)
-        self._seconds, self._nll, self._tokens = state.seconds, 0.0, 0
-        return nll, rate
 
 
 @contextmanager

@@ -38,24 +38,22 @@ class Metrics:
         """One step is done: the bar moves."""
         self._bar.update()
 
-    def train(self, step: int, nll: float, lr: float, grad_norm: float, tokens: int, rate: float, seconds: float):
+    def train(self, state, lr: float, grad_norm: float) -> None:
         """A line of training.
 
         Args:
-            step: updates done.
-            nll: mean nats per token since the last line.
+            state: a TrainState; its window holds the sums since the last line.
             lr: of the last update.
             grad_norm: of the last update, before clipping.
-            tokens: trained on since the run began.
-            rate: tokens a second since the last line.
-            seconds: of training since the run began.
         """
+        step, window = state.step, state.window
+        nll, rate = window.nll / window.tokens, window.tokens / window.seconds
         bits = nll / math.log(2) * self.tokens_per_byte
-        self._write(step, "train", nll, bits, tokens, rate, lr, seconds, grad_norm=grad_norm)
+        self._write(step, "train", nll, bits, state.tokens, rate, lr, state.seconds, grad_norm=grad_norm)
         if self._bar.disable:
-            left = (self.steps - step) * seconds / max(step, 1)
+            left = (self.steps - step) * state.seconds / step
             self.say(
-                f"step {step}/{self.steps} ({100 * step / max(self.steps, 1):.0f} %) | loss {nll:.4f} | "
+                f"step {step}/{self.steps} ({100 * step / self.steps:.0f} %) | loss {nll:.4f} | "
                 f"{bits:.3f} bits/byte | lr {lr:.2e} | {rate:,.0f} tok/s | eta {tqdm.format_interval(left)}"
             )
         else:
@@ -105,5 +103,6 @@ def loss_curve(metrics: Path, picture: Path) -> None:
             axes.plot(*zip(*points, strict=True), style, label=split)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=metrics.parent.name)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(picture, dpi=120)

@@ -23,12 +23,12 @@ from txl.data.tokenizer import Tokenizer
 from txl.errors import CheckpointError, ConfigError, DataError
 from txl.evaluation.score import EvalConfig
 from txl.model import ModelConfig
-from txl.training.checkpoint import CheckpointConfig
+from txl.training.checkpoint import CheckpointConfig, is_intact
 from txl.training.optim import OptimConfig
 
 SPLITS = ("train", "valid", "test")
-FIXED_ON_RESUME = ("seed", "model", "data", "train.batch_size", "train.grad_accumulation")
-"""What a resumed run may not change: weights, data and memory belong to these."""
+FIXED_ON_RESUME = ("seed", "model", "data", "train.batch_size", "train.grad_accumulation", "optim.name")
+"""What a resumed run may not change: weights, data, memory and moments belong to these."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,9 @@ class TrainConfig:
     """Steps between two lines of metrics."""
 
     def __post_init__(self):
-        for name in ("batch_size", "tgt_len", "grad_accumulation", "log_every"):
+        for name in ("steps", "batch_size", "tgt_len", "grad_accumulation", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name} must be at least 1, got {getattr(self, name)}")
-        if self.steps < 0:
-            raise ConfigError(f"train.steps must be at least 0, got {self.steps}")
         if self.grad_accumulation > self.batch_size:
             raise ConfigError(
                 f"train.grad_accumulation {self.grad_accumulation} splits the streams of a step, so it can be at most "
@@ -151,7 +149,7 @@ class Run:
 
     @classmethod
     def open(cls, directory: str | Path, overrides: list[str] | None = None) -> "Run":
-        """Open what create made. Overrides are recorded in its config.toml; those of FIXED_ON_RESUME are refused."""
+        """Open what create made, with other settings where overrides name them, but for those of FIXED_ON_RESUME."""
         directory = Path(directory)
         if not (directory / "config.toml").is_file():
             raise CheckpointError(f"{directory} is not a run directory: no config.toml in it")
@@ -161,12 +159,15 @@ class Run:
             changed = replace(RunConfig.load(directory / "config.toml", overrides), run_dir=str(directory))
             _refuse_fixed(config, changed)
             config = changed
-            temporary = directory / ".config.toml.tmp"
-            temporary.write_text(settings.to_toml(config), encoding="utf-8")
-            temporary.replace(directory / "config.toml")
         tokenizer = Tokenizer.load(directory / "tokenizer.json")
         shards = {split: open_shard(directory / "data" / f"{split}.bin", tokenizer) for split in SPLITS}
         return cls(directory, config, tokenizer, shards)
+
+    def save_config(self) -> None:
+        """Record the settings, with what was overridden, in config.toml."""
+        temporary = self.directory / ".config.toml.tmp"
+        temporary.write_text(settings.to_toml(self.config), encoding="utf-8")
+        temporary.replace(self.directory / "config.toml")
 
     def stream(self) -> SegmentStream:
         """The training text as batch_size streams, from the beginning."""
@@ -188,8 +189,8 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """A checkpoint of the last step is there."""
-        return (self.checkpoints / f"step-{self.config.train.steps:08d}").is_dir()
+        """An intact checkpoint of the last step is there."""
+        return is_intact(self.checkpoints / f"step-{self.config.train.steps:08d}")
 
     @property
     def eval_tgt_len(self) -> int:
