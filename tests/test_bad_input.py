@@ -25,7 +25,7 @@ SETTINGS = {
     "unknown key": (["train.step=3"], ["unknown setting train.step", "did you mean train.steps?"]),
     "key of another section": (["model.lr=3"], ["unknown setting model.lr", "did you mean optim.lr?"]),
     "mistyped section": (["trian.steps=3"], ["unknown setting trian", "did you mean train"]),
-    "section without a key": (["train=3"], ["train is a section, expected train.key=value, got 3"]),
+    "section without a key": (["train=3"], ["train is a section, expected train.key=value, got '3'"]),
     "key within a key": (["train.steps.x=3"], ["train.steps must be a whole number"]),
     "no equals sign": (["train.steps"], ['expected section.key=value on the command line, got "train.steps"']),
     "no key": (["=3"], ["expected section.key=value"]),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from txl.attention import RelativeAttention, sinusoid
 from txl.config import from_dict
+from txl.dropout import Dropout
 from txl.embedding import Embedding, Softmax
 from txl.errors import CheckpointError, ConfigError
 from txl.memory import Memory
@@ -176,8 +177,10 @@ class TransformerXL(nn.Module):
             settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointError(f"{where} is not JSON: {error}") from error
-        if not isinstance(settings, dict) or settings.get("vocab_size") is None:
-            raise CheckpointError(f"{where}: expected a JSON object with a vocab_size")
+        if not isinstance(settings, dict):
+            raise CheckpointError(f"{where}: expected a JSON object of settings")
+        if settings.get("vocab_size") is None:
+            raise CheckpointError(f"{where}: vocab_size is absent")
         model = cls(from_dict(ModelConfig, settings, where))
         try:
             weights = load_file(directory / "model.safetensors")
@@ -236,7 +239,7 @@ class Backbone(nn.Module):
             self.v = nn.Parameter(torch.empty(config.n_head, d_head))
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
         self.final_norm = nn.LayerNorm(config.d_model) if config.pre_lnorm and config.final_norm else nn.Identity()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         init_weights(self, config)
 
     def forward(self, h: Tensor, memory: Memory | None = None) -> tuple[Tensor, Memory]:
@@ -293,7 +296,7 @@ class Layer(nn.Module):
         self.attention_norm = nn.LayerNorm(config.d_model)
         self.feed_forward = FeedForward(config.d_model, config.d_inner, config.dropout)
         self.feed_forward_norm = nn.LayerNorm(config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, h: Tensor, memory: Tensor, R: Tensor, u, v, window, key_start) -> Tensor:
         """h [B, L, D], memory [B, M, D], R [N, D] -> [B, L, D]."""
@@ -313,9 +316,9 @@ class FeedForward(nn.Sequential):
         super().__init__(
             nn.Linear(d_model, d_inner),
             nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
+            Dropout(dropout),
             nn.Linear(d_inner, d_model),
-            nn.Dropout(dropout),
+            Dropout(dropout),
         )
 
 

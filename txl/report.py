@@ -28,10 +28,7 @@ def training_report(run: Run) -> str:
     model, tokenizer = load(run.directory, "best")
     model = model.to(pick_device(config.train.device))
     valid = run.valid_head()
-    scores = sweep(
-        model, valid, config.eval.mem_lens, tgt_len=run.eval_tgt_len, batch_size=config.eval.batch_size,
-        cuts=run.cuts(valid),
-    )  # fmt: skip
+    scores = sweep(model, valid, config.eval.mem_lens, cuts=run.cuts(valid), **run.eval_options)
     trained = next((s for s in scores if s.mem_len == config.model.mem_len), scores[0])
     curve, memory = run.directory / "loss.png", run.directory / "memory_valid.png"
     loss_curve(run.directory / "metrics.jsonl", curve)
@@ -94,8 +91,8 @@ def evaluate_text(
         data: a text file, instead of a split.
         split: "train", "valid" or "test" of the run.
         mem_lens: memory lengths; 0, 1, 2, 4 and 8 times the trained one when absent.
-        tgt_len, batch_size: the run's eval settings when absent; 128 and 1 without a run.
-        clamp_len, same_length: the model's when absent.
+        tgt_len, clamp_len, same_length, batch_size: the run's eval settings when absent; without a run tgt_len is
+            128, batch_size 1, and the others are the model's.
         cold, which, device: as of txl.evaluation.evaluate, txl.load and train.device.
 
     Raises:
@@ -116,16 +113,10 @@ def evaluate_text(
         raise ConfigError(f"{directory} is no run directory and holds no text: give --data FILE")
     shard = run.shards[split] if data is None else _read(data, tokenizer, run)
     cuts = None if run is None else boundaries(shard.tokens, run.reset_ids())
-    if clamp_len is not None:
-        model.backbone.clamp_len = clamp_len
-    if same_length is not None:
-        model.backbone.same_length = same_length
-    default_tgt_len, default_batch_size = (run.eval_tgt_len, run.config.eval.batch_size) if run else (128, 1)
-
-    scores = sweep(
-        model, shard, mem_lens, tgt_len=tgt_len or default_tgt_len, batch_size=batch_size or default_batch_size,
-        cuts=cuts, cold=cold,
-    )  # fmt: skip
+    options = run.eval_options if run else {"tgt_len": 128, "batch_size": 1}
+    given = {"tgt_len": tgt_len, "clamp_len": clamp_len, "same_length": same_length, "batch_size": batch_size}
+    options |= {name: value for name, value in given.items() if value is not None}
+    scores = sweep(model, shard, mem_lens, cuts=cuts, cold=cold, **options)
     name = split if data is None else Path(data).stem
     path = directory / f"memory_{name}.png"
     try:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from txl.dropout import dropout
+
 
 def relative_attention(
     q: Tensor,
@@ -91,7 +93,7 @@ def relative_attention(
     sees_itself = 0 <= offset <= S - L and (lo is None or lo <= 0) and (hi is None or hi >= 0)
     if not sees_itself or key_start is not None or key_end is not None:
         p = p * visible.any(-1, keepdim=True)
-    p = F.dropout(p, dropout_p)
+    p = dropout(p, dropout_p)
     out = p @ v
     if values is not None:
         values = values.expand(H, *values.shape[-2:])

@@ -7,6 +7,7 @@ n_layer * ceil(mem_len / tgt_len) segments early, unscored, so that its memory h
 import math
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +16,9 @@ import torch
 from txl.data.shards import Shard
 from txl.data.streams import IGNORE, grid
 from txl.errors import ConfigError
-from txl.model import TransformerXL, eval_mode
+from txl.model import Backbone, TransformerXL, eval_mode
+
+LEAST = {"every": 0, "tokens": 0, "batch_size": 1, "tgt_len": 1, "mem_len": 0, "clamp_len": 0}
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class EvalConfig:
     """Tokens of a segment; train.tgt_len when absent."""
     mem_len: int | None = None
     """Positions in memory; model.mem_len when absent."""
+    clamp_len: int | None = None
+    """Distances beyond it count as this one, 0 is off; model.clamp_len when absent."""
+    same_length: bool | None = None
+    """Every query sees at most mem_len keys; model.same_length when absent."""
     batch_size: int = 4
     """Parts of the text that are scored side by side; the result does not depend on it."""
     tokens: int = 0
@@ -36,7 +43,7 @@ class EvalConfig:
     """Memory lengths of the table at the end of training; 0, 1, 2, 4 and 8 times model.mem_len when absent."""
 
     def __post_init__(self):
-        for name, least in (("every", 0), ("tokens", 0), ("batch_size", 1), ("tgt_len", 1), ("mem_len", 0)):
+        for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"eval.{name} must be at least {least}, got {value}")
@@ -79,6 +86,8 @@ def evaluate(
     *,
     tgt_len: int,
     mem_len: int | None = None,
+    clamp_len: int | None = None,
+    same_length: bool | None = None,
     batch_size: int = 1,
     cold: bool = False,
     cuts: np.ndarray | None = None,
@@ -87,10 +96,11 @@ def evaluate(
     """Score the N - 1 tokens after the first of a shard, in float32 (the model's dtype), summed in float64.
 
     Args:
-        model: dropout is off during the call; its clamp_len and same_length hold.
+        model: dropout is off during the call.
         shard: the text.
         tgt_len: tokens of a segment.
-        mem_len: positions in memory; the model's own when absent.
+        mem_len, clamp_len, same_length: positions in memory, the largest distance told apart (0: all are), and the
+            same number of keys for every query; the model's own when absent.
         batch_size: parts side by side; changes the speed, not the result, unless cold.
         cold: begin every part with a new memory instead of warming up.
         cuts: positions at which documents begin and the memory is reset (txl.data.streams.boundaries).
@@ -108,7 +118,11 @@ def evaluate(
     device = model.embedding.weight.device
     memory = model.init_memory(batch_size, mem_len)
     total, scored = torch.zeros((), dtype=torch.float64, device=device), 0
-    with eval_mode(model), torch.autocast(device.type, enabled=False):
+    with (
+        eval_mode(model),
+        _settings(model.backbone, clamp_len, same_length),
+        torch.autocast(device.type, enabled=False),
+    ):
         for step in range(steps):
             rows = np.flatnonzero(first + step < parts[1:])
             segments = first[rows] + step
@@ -132,8 +146,8 @@ def evaluate(
     return Score(
         mem_len=mem_len,
         tgt_len=tgt_len,
-        clamp_len=model.backbone.clamp_len,
-        same_length=model.backbone.same_length,
+        clamp_len=model.backbone.clamp_len if clamp_len is None else clamp_len,
+        same_length=model.backbone.same_length if same_length is None else same_length,
         batch_size=batch_size,
         cold=cold,
         tokens=scored,
@@ -145,6 +159,18 @@ def evaluate(
         seconds=seconds,
         tokens_per_s=scored / seconds,
     )
+
+
+@contextmanager
+def _settings(backbone: Backbone, clamp_len: int | None, same_length: bool | None):
+    """Other settings of the backbone within the block, where they are given."""
+    before = backbone.clamp_len, backbone.same_length
+    backbone.clamp_len = before[0] if clamp_len is None else clamp_len
+    backbone.same_length = before[1] if same_length is None else same_length
+    try:
+        yield
+    finally:
+        backbone.clamp_len, backbone.same_length = before
 
 
 def _batch(tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray, rows: np.ndarray, batch_size: int):

@@ -135,15 +135,7 @@ def scored(targets: Tensor, loss: str) -> Tensor:
 
 def validate(run: Run, model: TransformerXL, shard) -> Score:
     """Score the model on (the first eval.tokens of) the validation split."""
-    config = run.config.eval
-    return evaluate(
-        model,
-        shard,
-        tgt_len=run.eval_tgt_len,
-        mem_len=config.mem_len,
-        batch_size=config.batch_size,
-        cuts=run.cuts(shard),
-    )
+    return evaluate(model, shard, mem_len=run.config.eval.mem_len, cuts=run.cuts(shard), **run.eval_options)
 
 
 def is_best(run: Run, score: Score) -> bool:

@@ -193,9 +193,15 @@ class Run:
         return is_intact(self.checkpoints / f"step-{self.config.train.steps:08d}")
 
     @property
-    def eval_tgt_len(self) -> int:
-        """eval.tgt_len, or train.tgt_len."""
-        return self.config.eval.tgt_len or self.config.train.tgt_len
+    def eval_options(self) -> dict[str, int | bool | None]:
+        """The settings under [eval] as arguments of txl.evaluation.evaluate, all but mem_len."""
+        config = self.config.eval
+        return {
+            "tgt_len": config.tgt_len or self.config.train.tgt_len,
+            "clamp_len": config.clamp_len,
+            "same_length": config.same_length,
+            "batch_size": config.batch_size,
+        }
 
     @property
     def checkpoints(self) -> Path:
