@@ -70,7 +70,7 @@ def cpu() -> str:
 
 def check(config: ModelConfig, batch: int, length: int, segments: int = 3) -> str:
     """What differs between the two models without dropout, over some segments with memory; "" if nothing does."""
-    ours, theirs = models(replace(config, dropout=0.0, dropatt=0.0))
+    ours, theirs = models(replace(config, dropout=0.0, dropatt=0.0, init_std=0.1))  # larger: positions must matter
     data = random_segments(config.vocab_size, batch, length)
     losses = zip(txl_losses(ours, data), textbook_losses(theirs, data), strict=True)
     for i, (loss, expected) in enumerate(islice(losses, segments)):

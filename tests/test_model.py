@@ -348,7 +348,6 @@ def test_a_configuration_that_is_not_an_object(text, tmp_path):
         ({"n_layer": "two"}, "n_layer must be a whole number, got 'two'"),
         ({"n_layer": 0}, "model.n_layer must be at least 1, got 0"),
         ({"d_model": 15, "d_head": 4}, "model.d_model must be even"),
-        ({"vocab_size": None}, "vocab_size is absent"),
     ],
 )
 def test_a_configuration_with_a_wrong_setting(change, words, tmp_path):
@@ -473,6 +472,14 @@ def test_a_setting_at_its_edge_is_fine(options):
     model = make(**options)
     x = tokens(2, 3)
     assert model(x, model(x).memory).logits.isfinite().all()
+
+
+def test_a_configuration_file_without_a_vocabulary(tmp_path):
+    make().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace(f'"vocab_size": {V}', '"vocab_size": null'))
+    with pytest.raises(CheckpointError, match=r"config\.json: vocab_size is absent"):
+        TransformerXL.from_pretrained(tmp_path)
 
 
 def test_a_model_needs_a_vocabulary():

@@ -63,7 +63,7 @@ def relative_attention(
         ValueError: shapes that do not fit together, or an unknown backend.
     """
     _check(q, k, v, r, u, w, values, window, key_start, key_end, backend)
-    (B, H, L, D), S = q.shape, k.shape[2]
+    (_, H, L, D), S = q.shape, k.shape[2]
     offset = S - L if offset is None else offset
     scale = D**-0.5 if scale is None else scale
     lo, hi = _interval(window, causal)
@@ -78,10 +78,8 @@ def relative_attention(
     rows = torch.cat([columns[:1], columns]) + future
     r_cols = r[..., rows.clamp(0, r.shape[-2] - 1), :]  # [H, 1 + W, D]
 
-    position = _shift_padded(q_position @ r_cols.transpose(-2, -1))[..., :S]  # (b) + (d), [B, H, L, S]
-    scores = torch.baddbmm(  # (a) + (c), added to them
-        position.reshape(B * H, L, S), q_content.reshape(B * H, L, D), k.reshape(B * H, S, D).transpose(1, 2)
-    ).view(B, H, L, S)
+    scores = q_content @ k.transpose(-2, -1)  # (a) + (c), [B, H, L, S]
+    scores += _shift_padded(q_position @ r_cols.transpose(-2, -1))[..., :S]  # (b) + (d)
 
     distance = offset + torch.arange(L, device=q.device)[:, None] - torch.arange(S, device=q.device)  # [L, S]
     visible = _visible(distance, lo, hi, key_start, key_end)  # [L, S] or [B, 1, L, S]
@@ -135,7 +133,8 @@ def relative_shift(x: Tensor) -> Tensor:
 def _shift_padded(x: Tensor) -> Tensor:
     """relative_shift of x[..., 1:], where x [..., L, 1 + W] has its pad column (of any content) already."""
     *batch, L, W = x.shape
-    return x.view(*batch, W, L)[..., 1:, :].view(*batch, L, W - 1)
+    _, rest = x.view(*batch, W, L).split([1, W - 1], -2)  # split: the backward of a slice would fill zeros first
+    return rest.view(*batch, L, W - 1)
 
 
 def _interval(window, causal: bool) -> tuple[int | None, int | None]:
