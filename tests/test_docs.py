@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,13 @@ INSTALL_AND_TRAIN = "pip install -r requirements.txt -e . && python train.py con
 INSTALL_AND_TEST = 'pip install -r requirements.txt -e ".[test]" && pytest'
 FEW_STEPS = [
     "train.steps=4", "train.tgt_len=16", "train.batch_size=2", "model.mem_len=16", "model.n_layer=1",
-    "model.d_model=16", "model.n_head=2", "model.d_inner=32", "eval.tokens=200", "eval.every=0", "optim.warmup_steps=2",
+    "model.d_model=16", "model.n_head=2", "model.d_inner=32", "eval.tokens=200", "eval.every=0",
+    "eval.tgt_len=256", "eval.batch_size=32", "optim.warmup_steps=2",
 ]  # fmt: skip
 
 
 def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
@@ -49,7 +51,7 @@ def test_readme_commands_run_with_few_steps(mine):
     commands = [line for line in README.splitlines() if re.match(r"python (train\.py|eval\.py|-m txl) ", line)]
     assert len(commands) >= 5
     for line in [INSTALL_AND_TRAIN.split(" && ")[1], *commands]:
-        words = [word.strip('"') for word in line.split("  #")[0].split()[1:]]
+        words = shlex.split(line)[1:]
         trains = words[0] == "train.py" and "--resume" not in words
         result = run(words + (FEW_STEPS if trains else []), mine)
         assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"

@@ -101,7 +101,7 @@ def loss_curve(metrics: Path, picture: Path) -> None:
         points = [(line["step"], line["nll"]) for line in lines if line["split"] == split]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=split)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=metrics.parent.name)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=f"{metrics.parent.name}: loss")
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
