@@ -360,3 +360,23 @@ def test_another_optimiser_goes_on_or_is_refused_in_one_line(config, before, aft
         assert "optim" in str(error)
     else:
         assert replace(changed.config.optim, **vars(run.config.optim)) != changed.config.optim
+
+
+def test_a_damaged_best_checkpoint_does_not_stay_the_best(shared_run, tmp_path):
+    directory = copy_of(shared_run, tmp_path)
+    root = directory / "checkpoints"
+    best = checkpoint.pick(root, "best")
+    state = json.loads((best / "state.json").read_text())
+    (best / "state.json").write_text(json.dumps(state | {"valid_nll": 0.1}))
+    loop.train(Run.open(directory, ["train.steps=50"]), resume=True)
+    now = checkpoint.pick(root, "best")
+    checkpoint.verify(now)
+    assert now == root / "step-00000050"
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "3", '{"model.safetensors": 3}'])
+def test_a_manifest_that_lists_too_little_is_refused(shared_run, tmp_path, text):
+    path = checkpoint.pick(copy_of(shared_run, tmp_path) / "checkpoints", "last")
+    (path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing or damaged"):
+        checkpoint.verify(path)

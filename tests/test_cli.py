@@ -144,7 +144,7 @@ def test_eval_scores_are_those_of_the_python_functions(shared_run, tmp_path, cap
     best = checkpoint.pick(shared_run[0] / "checkpoints", "best")
     assert f"{best}, weights {checkpoint.weight_hash(best)}" in out
     assert "test: 999 tokens scored, tgt_len 8, clamp_len 0, same_length false, parts begin warm" in out
-    assert (shared_run[0] / "memory_test.png").read_bytes().startswith(b"\x89PNG")
+    assert (shared_run[0] / "eval_test.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_eval_without_options_tries_five_lengths_of_the_test_split(shared_run, tmp_path, capsys):
@@ -189,7 +189,7 @@ def test_eval_of_another_text(copy, tmp_path, capsys):
     wanted = evaluate(model, encode_shard(tokenizer, text.read_bytes(), "other"), tgt_len=8)
     assert (result["text"], result["tokens"]) == (str(text), 499)
     assert result["nll"] == pytest.approx(wanted.nll, rel=1e-5)
-    assert (copy / "memory_other.png").is_file()
+    assert (copy / "eval_data_other.png").is_file()
 
 
 def test_eval_of_a_directory_of_save_pretrained_needs_a_text(shared_run, tmp_path, capsys):

@@ -67,3 +67,12 @@ def test_compiled_code_takes_torchs(monkeypatch):
     monkeypatch.setattr(F, "dropout", lambda x, p: called.append(p) or x)
     dropout(torch.ones(3), 0.2)
     assert called == [0.2]
+
+
+def test_the_ends_of_the_range():
+    x = torch.randn(100_000)
+    assert not dropout(x, 1.0).any()
+    assert dropout(x, 0.0) is x
+    for p in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="dropout must be in"):
+            dropout(x, p)

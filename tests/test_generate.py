@@ -176,3 +176,11 @@ def test_nothing_to_add_is_the_prompt():
 def test_bad_arguments_are_refused(text, options, fragment):
     with pytest.raises(ValueError, match=fragment):
         generate(make(), text, **({"n_tokens": 3} | options))
+
+
+@pytest.mark.parametrize("temperature", [1e-42, 1e-5])
+def test_a_tiny_temperature_is_greedy(temperature):
+    torch.manual_seed(0)
+    model = TransformerXL(ModelConfig(vocab_size=9, n_layer=1, n_head=2, d_model=8, d_inner=8, mem_len=4, init_std=0.5))
+    prompt = torch.tensor([[1, 2]])
+    assert torch.equal(generate(model, prompt, 6, temperature=temperature), generate(model, prompt, 6, temperature=0))

@@ -138,3 +138,9 @@ def test_metrics_of_a_resumed_run_have_each_step_once(config):
     lines = metrics.read(run.directory / "metrics.jsonl")
     assert [line["step"] for line in of(lines, "train")] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in of(lines, "valid")] == [2, 4, 6]
+
+
+def test_lines_that_are_none_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "split": "train", "nll": 2.0}\n5\n[1]\n{"step": 2}\n\xff\xfe\n{"step": 3, "spl')
+    assert [line["step"] for line in metrics.read(path)] == [1]

@@ -256,3 +256,24 @@ def test_the_shortest_text_that_is_said_to_do_does(tmp_path):
     run = trained_run(config, "run", "train.batch_size=16", "train.tgt_len=16", *words)
     state = json.loads((run.checkpoints / "step-00000006" / "state.json").read_text())
     assert state["tokens"] == 6 * 256
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [("train.steps=10", "is at step 40: train.steps must be more"), ("run_dir=other", "run_dir cannot")],
+)
+def test_resume_refuses_what_would_do_nothing(shared_run, tmp_path, capsys, word, message):
+    directory = tmp_path / "run"
+    shutil.copytree(shared_run[0], directory)
+    before = (directory / "config.toml").read_bytes()
+    assert cli.train(["--resume", str(directory), word]) == 2
+    assert message in capsys.readouterr().err
+    assert (directory / "config.toml").read_bytes() == before
+
+
+def test_another_tokenizer_drops_the_vocabulary_size_of_the_file(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text('[data]\ntokenizer = "bpe"\nvocab_size = 2048\n')
+    assert RunConfig.load(path, ["data.tokenizer=word"]).data.vocab_size == 0
+    assert RunConfig.load(path, ["data.tokenizer=word", "data.vocab_size=9"]).data.vocab_size == 9
+    assert RunConfig.load(path, []).data.vocab_size == 2048

@@ -411,7 +411,8 @@ def test_a_signal_to_the_process(config, number, status):
     process = start(config, "run")  # relative: what is printed can be copied
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (status, "")
+    assert process.returncode == status
+    assert err == "stopping after this step, with a checkpoint; once more to stop at once\n"
     assert out.splitlines()[-1] == "stopped; go on with: python train.py --resume run"
     run = Run.open(config.parent / "run")
     (path,) = run.checkpoints.iterdir()

@@ -73,6 +73,8 @@ def _train(argv: list[str] | None) -> int:
         run = Run.open(arguments.resume, words)
         if run.is_finished:
             print(f"{run.directory} has done all its {run.config.train.steps} steps; train.steps=N would go on")
+            if not (run.directory / "memory_valid.png").exists():  # stopped in the report
+                print(training_report(run))
             return 0
     else:
         if not words or ("=" in words[0] and not Path(words[0]).is_file()):
@@ -111,8 +113,8 @@ def _evaluate(argv: list[str] | None) -> int:
 
     from txl.report import evaluate_text
 
-    if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json {arguments.json}: its directory does not exist")
+    if arguments.json and (Path(arguments.json).is_dir() or not Path(arguments.json).absolute().parent.is_dir()):
+        raise ConfigError(f"--json {arguments.json}: expected a file in a directory that exists")
     result = evaluate_text(
         arguments.run,
         data=arguments.data,
@@ -175,6 +177,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _guarded(command, argv: list[str] | None) -> int:
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a sample may have what the terminal has not
     try:
         return command(argv)
     except TxlError as error:

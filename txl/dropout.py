@@ -18,11 +18,15 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     Draws from torch's default generator, so seeds, checkpoints and resumed runs hold. Other devices than a CPU, and
     compiled code, take torch's own.
     """
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout must be in [0, 1], got {p}")
     if not training or p == 0.0:
         return x
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
-    threshold = min(round(p * LEVELS), LEVELS - 1)
+    threshold = round(p * LEVELS)
+    if threshold == LEVELS:
+        return x * 0
     words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(torch.iinfo(torch.int64).min, None)
     bits = words.view(torch.int16)[: x.numel()].view(x.shape)
     keep = (bits >= threshold - LEVELS // 2).to(x.dtype).mul_(LEVELS / (LEVELS - threshold))

@@ -3,6 +3,8 @@
 Shape letters: B batch, V vocabulary.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -39,9 +41,9 @@ def generate(
     """
     if prompt.dim() != 2 or prompt.shape[1] < 1:
         raise ValueError(f"expected a prompt [batch, length >= 1], got {list(prompt.shape)}")
-    if not temperature >= 0 or top_k < 0 or n_tokens < 0:
+    if not 0 <= temperature < math.inf or top_k < 0 or n_tokens < 0:
         raise ConfigError(
-            f"temperature, top_k and n_tokens must be at least 0, got {temperature}, {top_k} and {n_tokens}"
+            f"temperature, top_k and n_tokens must be at least 0 and finite, got {temperature}, {top_k} and {n_tokens}"
         )
     generator = None if seed is None else torch.Generator(prompt.device).manual_seed(seed)
     memory = model.init_memory(prompt.shape[0], mem_len)
@@ -64,4 +66,5 @@ def _choose(logits: Tensor, temperature: float, top_k: int, generator) -> Tensor
     if top_k:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+    logits = (logits - logits.amax(-1, keepdim=True)).double() / temperature
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)

@@ -77,6 +77,9 @@ class ModelConfig:
         for name in ("mem_len", "clamp_len", "init_std", "proj_init_std"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"model.{name} must be at least 0, got {getattr(self, name)}")
+        for name, value in asdict(self).items():
+            if type(value) in (int, float) and value >= 2**31:
+                raise ConfigError(f"model.{name} must be below 2 ** 31, got {value}")
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} must be in [0, 1), got {getattr(self, name)}")

@@ -65,7 +65,7 @@ class Evaluation:
 
     scores: list[Score]
     origin: dict[str, str | int | None]
-    """What was scored: text, checkpoint, step, weights."""
+    """What was scored: text, tokens unknown to the vocabulary, checkpoint (its name has the step), weights."""
     text: str
     """For the console."""
 
@@ -99,11 +99,12 @@ def evaluate_text(
         TxlError: what the command line says in one line.
     """
     for name, value, least in (("tgt", tgt_len, 1), ("clamp", clamp_len, 0), ("batch", batch_size, 1)):
-        if value is not None and value < least:
+        if value is not None and not least <= value < 2**31:
             option = "--batch-size" if name == "batch" else f"--{name}-len"
-            raise ConfigError(f"{option} must be at least {least}, got {value}")
-    if mem_lens and min(mem_lens) < 0:
-        raise ConfigError(f"--mem-len must be at least 0, got {min(mem_lens)}")
+            raise ConfigError(f"{option} must be at least {least} and below 2 ** 31, got {value}")
+    for value in mem_lens or []:
+        if not 0 <= value < 2**31:
+            raise ConfigError(f"--mem-len must be at least 0 and below 2 ** 31, got {value}")
     directory = Path(directory)
     checkpoint = locate(directory, which)
     model, tokenizer = load(checkpoint)
@@ -118,14 +119,19 @@ def evaluate_text(
     options |= {name: value for name, value in given.items() if value is not None}
     scores = sweep(model, shard, mem_lens, cuts=cuts, cold=cold, **options)
     name = split if data is None else Path(data).stem
-    path = directory / f"memory_{name}.png"
+    path = directory / (f"eval_{name}.png" if data is None else f"eval_data_{name}.png")
     try:
         picture(scores, model.config.mem_len, f"{directory.name}: loss on {name} by memory length", path)
         drawn = f"picture: {path}"
     except OSError as error:  # the numbers are worth more than the picture
         drawn = f"no picture: {path}: {error.strerror}"
-    origin = {"text": data or split, "checkpoint": str(checkpoint), "weights": weight_hash(checkpoint)}
     unknown = tokenizer.count_unknown(shard.tokens)
+    origin = {
+        "text": data or split,
+        "unknown_tokens": unknown,
+        "checkpoint": str(checkpoint),
+        "weights": weight_hash(checkpoint),
+    }
     text = [
         f"{checkpoint}, weights {origin['weights']}",
         f"{origin['text']}: {settings(scores[0])}",

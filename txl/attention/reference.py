@@ -50,7 +50,8 @@ def relative_attention(
         future: the number of rows of r that stand for negative distances (keys after the query).
         offset: position of query 0 among the keys; S - L unless given (the queries are the last L positions).
         causal: a query sees no key after itself.
-        window: n: a query sees keys at distance at most n; (lo, hi): at distances lo to hi.
+        window: n: a query sees no key farther back than n (keys after it are causal's affair); (lo, hi): only keys
+            at distances lo to hi.
         key_start, key_end: [B] integers; row b of the batch sees only keys key_start[b] <= j < key_end[b].
         dropout_p: dropout of the attention weights.
         scale: factor of the scores, D ** -0.5 unless given.
@@ -139,7 +140,7 @@ def _shift_padded(x: Tensor) -> Tensor:
 
 def _interval(window, causal: bool) -> tuple[int | None, int | None]:
     """The visible distances lo <= i - j <= hi; None is unbounded."""
-    lo, hi = window if isinstance(window, tuple) else (None if window is None or not causal else 0, window)
+    lo, hi = window if isinstance(window, tuple) else (None, window)
     if causal:
         lo = max(lo, 0) if lo is not None else 0
     return lo, hi

@@ -23,6 +23,8 @@ from txl.errors import CheckpointError, ConfigError
 from txl.memory import Memory
 from txl.model import TransformerXL
 
+FILES = ("model.safetensors", "config.json", "tokenizer.json", "state.safetensors", "state.json")
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:
@@ -100,7 +102,8 @@ def save(root: Path, state: TrainState, tokenizer: Tokenizer, valid_nll: float |
         "memories": [{"mem_len": m.mem_len, "zeros": m.zeros, "ragged": m.ragged} for m in state.memories],
     }
     (temporary / "state.json").write_text(json.dumps(numbers) + "\n", encoding="utf-8")
-    manifest = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in temporary.iterdir()}
+    files = [temporary / name for name in FILES]
+    manifest = {file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for file in files}
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     for path in (*temporary.iterdir(), temporary):
         _sync(path)
@@ -188,6 +191,11 @@ def pick(root: Path, which: str) -> Path:
     return _best(found) if which == "best" else found[-1]
 
 
+def intact(root: Path) -> list[Path]:
+    """The checkpoints below root that verify has nothing against, oldest first."""
+    return [path for path in steps(root) if is_intact(path)]
+
+
 def steps(root: Path) -> list[Path]:
     """The checkpoints below root, oldest first."""
     return sorted(path for path in root.glob("step-*") if path.is_dir())
@@ -201,7 +209,7 @@ def verify(path: Path) -> None:
     """
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        expected = [(name, entry["bytes"], entry["sha256"]) for name, entry in manifest.items()]
+        expected = [(name, manifest[name]["bytes"], manifest[name]["sha256"]) for name in FILES]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path / 'manifest.json'} is missing or damaged: use another checkpoint") from error
     for name, size, sha256 in expected:
@@ -258,9 +266,10 @@ def _memory(tensors: dict[str, Tensor], prefix: str, n_layer: int, device) -> Me
 
 
 def _drop_old(root: Path, keep: int) -> None:
-    found = steps(root)
-    for path in found[:-keep]:
-        if path != _best(found):
+    good = intact(root)
+    kept = {*good[-keep:], _best(good)}
+    for path in steps(root):
+        if path not in kept:
             shutil.rmtree(path)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import signal
+import sys
 import time
 from contextlib import contextmanager
 
@@ -36,6 +37,10 @@ def train(run: Run, resume: bool = False) -> int | None:
     state = new_state(run)
     if resume:
         restore_newest(run, state)
+        if state.step > config.train.steps:
+            raise ConfigError(
+                f"{run.directory} is at step {state.step}: train.steps must be more, got {config.train.steps}"
+            )
         run.save_config()
     forward = torch.compile(state.model) if config.train.compile else state.model
     valid = run.valid_head()
@@ -140,7 +145,7 @@ def validate(run: Run, model: TransformerXL, shard) -> Score:
 
 def is_best(run: Run, score: Score) -> bool:
     """No checkpoint so far has a validation loss as low."""
-    losses = [checkpoint.valid_nll(path) for path in checkpoint.steps(run.checkpoints)]
+    losses = [checkpoint.valid_nll(path) for path in checkpoint.intact(run.checkpoints)]
     return score.nll < min(losses, default=math.inf)
 
 
@@ -187,6 +192,12 @@ def describe(run: Run, state: TrainState) -> list[str]:
         f"(context up to {context:,} through {config.model.n_layer} layers); "
         f"steps {state.step} to {train.steps}, {train.steps * train.tgt_len * train.batch_size / pairs:.1f} epochs",
     ]
+    unknown = run.tokenizer.count_unknown(run.shards["train"].tokens)
+    if unknown:
+        lines.append(
+            f"note: {unknown / pairs:.1%} of the training tokens are unknown to the vocabulary: they are easy to "
+            "predict, so bits per byte are too low to compare with other tokenizers"
+        )
     if config.optim.warmup_steps > train.steps:
         lines.append(
             f"note: optim.warmup_steps {config.optim.warmup_steps} is more than train.steps {train.steps}: "
@@ -203,6 +214,7 @@ def signals():
 
     def note(number, _frame) -> None:
         caught.append(number)
+        print("stopping after this step, with a checkpoint; once more to stop at once", file=sys.stderr)
         for signum, handler in previous.items():
             signal.signal(signum, handler)
 

@@ -80,13 +80,16 @@ class Metrics:
 
 
 def read(path: Path) -> list[dict]:
-    """The lines of metrics.jsonl; none when it is absent. A line torn by a crash is left out."""
+    """The lines of metrics.jsonl; none when it is absent. What is no such line, torn by a crash say, is left out."""
     lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for text_line in text.splitlines():
         try:
-            lines.append(json.loads(line))
+            line = json.loads(text_line)
         except ValueError:
             continue
+        if isinstance(line, dict) and line.keys() >= {"step", "split", "nll"}:
+            lines.append(line)
     return lines
 
 

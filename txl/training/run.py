@@ -44,7 +44,7 @@ class TrainConfig:
     grad_accumulation: int = 1
     """Chunks in which the streams of a step are computed one after the other, each with its own memory."""
     dtype: str = "float32"
-    """"float32", or "bfloat16": autocast; weights, positions, softmax and loss stay float32."""
+    """"float32", or "bfloat16": autocast; weights, sinusoids, the softmaxes and the loss stay float32."""
     compile: bool = False
     """Use torch.compile; needs a C++ compiler on a CPU."""
     loss: str = "full"
@@ -86,15 +86,25 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
+    def __post_init__(self):
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be at least 0 and below 2 ** 63, got {self.seed}")
+
     @classmethod
     def load(cls, path: str | Path, overrides: list[str]) -> "RunConfig":
-        """From a TOML file and key=value words. data.train given as a word replaces the file's data.source."""
+        """From a TOML file and key=value words.
+
+        Among the words, data.train replaces the file's data.source, and data.tokenizer its data.vocab_size.
+        """
         changes = {}
         for word in overrides:
             settings.merge(changes, settings.parse_override(word))
         data = changes.get("data", {})
-        if isinstance(data, dict) and "train" in data:
-            data.setdefault("source", "")
+        if isinstance(data, dict):
+            if "train" in data:
+                data.setdefault("source", "")
+            if "tokenizer" in data:
+                data.setdefault("vocab_size", 0)
         values = settings.load(path)
         settings.merge(values, changes)
         config = settings.from_dict(cls, values, str(path))
@@ -129,6 +139,8 @@ class Run:
         config = replace(config, model=replace(config.model, vocab_size=found))
         draft = cls(directory, config, tokenizer, shards)
         draft.stream()  # long enough?
+        if config.data.reset_on and not len(draft.cuts(shards["train"])):
+            raise ConfigError(f"data.reset_on {config.data.reset_on!r} is nowhere in the training text")
         for split in ("valid", "test"):
             if len(shards[split]) < 2:
                 raise DataError(f"the {split} split has {len(shards[split])} token, but scoring needs at least 2")
@@ -156,6 +168,8 @@ class Run:
         config = RunConfig.load(directory / "config.toml", [])
         config = replace(config, run_dir=str(directory))
         if overrides:
+            if any(word.partition("=")[0].strip() == "run_dir" for word in overrides):
+                raise ConfigError(f"run_dir cannot change when a run is resumed: copy {directory} instead")
             changed = replace(RunConfig.load(directory / "config.toml", overrides), run_dir=str(directory))
             _refuse_fixed(config, changed)
             config = changed
