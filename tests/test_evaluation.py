@@ -271,3 +271,20 @@ def test_the_picture_is_a_png(tmp_path):
     picture([made_up(8, 2.0), made_up(0, 3.0)], 8, "title", path)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in data[-16:]
+
+
+@pytest.mark.parametrize("given", [{"clamp_len": 3}, {"same_length": True}, {"clamp_len": 2, "same_length": True}])
+def test_settings_of_the_evaluation_are_those_of_such_a_model_and_leave_it_as_it_was(given):
+    model, wanted = make(), make(**given)  # the same weights
+    score = evaluate(model, shard_of(TEXT), tgt_len=5, **given)
+    assert score.nll == evaluate(wanted, shard_of(TEXT), tgt_len=5).nll
+    assert score.nll != evaluate(model, shard_of(TEXT), tgt_len=5).nll
+    assert (score.clamp_len, score.same_length) == (given.get("clamp_len", 0), given.get("same_length", False))
+    assert (model.backbone.clamp_len, model.backbone.same_length) == (0, False)
+
+
+def test_a_trained_setting_can_be_turned_off():
+    model = make(clamp_len=2, same_length=True)
+    assert evaluate(model, shard_of(TEXT), tgt_len=5, clamp_len=0, same_length=False).nll == (
+        evaluate(make(), shard_of(TEXT), tgt_len=5).nll
+    )

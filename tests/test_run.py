@@ -277,3 +277,14 @@ def test_another_tokenizer_drops_the_vocabulary_size_of_the_file(tmp_path):
     assert RunConfig.load(path, ["data.tokenizer=word"]).data.vocab_size == 0
     assert RunConfig.load(path, ["data.tokenizer=word", "data.vocab_size=9"]).data.vocab_size == 9
     assert RunConfig.load(path, []).data.vocab_size == 2048
+
+
+def test_a_finished_run_without_its_report_makes_it_up(shared_run, tmp_path, capsys):
+    directory = tmp_path / "run"
+    shutil.copytree(shared_run[0], directory)
+    assert cli.train(["--resume", str(directory)]) == 0
+    assert "validation loss by memory length" not in capsys.readouterr().out
+    (directory / "memory_valid.png").unlink()
+    assert cli.train(["--resume", str(directory)]) == 0
+    assert "validation loss by memory length" in capsys.readouterr().out
+    assert (directory / "memory_valid.png").is_file()
